@@ -78,3 +78,36 @@ def test_as_in_one_process(last: bool, cropped: bool) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         for found in rank_group(2).run(_others, dtype, last, cropped):
             assert not found
+
+
+def _after_attention(x: Tensor) -> Tensor:
+    """What lies channels last, or does not, by the strides of dims of one row alone: one sample, one head."""
+    samples, channels, height, width = x.shape
+    heads = x.flatten(2).transpose(1, 2).contiguous().view(samples, height * width, 1, channels).transpose(1, 2)
+    heads = F.scaled_dot_product_attention(heads, heads, heads)
+    tokens = heads.transpose(1, 2).reshape(samples, height * width, channels)
+    return tokens.view(samples, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _others_of_one_sample() -> list[str]:
+    x = torch.arange(4 * 9 * 12).view(1, 4, 9, 12).sin().double()
+    split, found = ff.shard(x, mesh(1, 2)), []
+    last = x.contiguous(memory_format=torch.channels_last)
+    for name, op in {
+        "transposed": lambda x: x.transpose(0, 1),
+        "attention": _after_attention,
+        "group norm": lambda x: F.group_norm(last if x is not split else ff.shard(last, mesh(1, 2)), 2),
+        "convolution": lambda x: F.conv2d(F.group_norm(_after_attention(x), 2), _weight(x, 4, 4, 1, 1)),
+    }.items():
+        here, there = op(x), op(split)
+        torch.manual_seed(0)
+        noise = torch.randn_like(here)
+        torch.manual_seed(0)
+        if here.stride() != there.stride() or not torch.equal(noise, ff.full(torch.randn_like(there))):
+            found.append(f"{name}: {here.stride()}, {there.stride()}")
+    return found
+
+
+def test_strides_of_one_sample_decide_too() -> None:
+    for found in rank_group(2).run(_others_of_one_sample):
+        assert not found

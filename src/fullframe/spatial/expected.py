@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._meta_registrations import check_grid_sampler_common, upsample_common_check
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -70,6 +71,7 @@ _LAID_OUT_AS_OPERANDS = frozenset((
     F.conv2d, F.conv3d, F.conv_transpose2d, F.conv_transpose3d, F.pad, F.group_norm, torch.group_norm,
     torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d,
 ))  # fmt: skip
+_GROUP_NORMS = frozenset((F.group_norm, torch.group_norm))
 
 
 def _resized(image: Tensor, size: Sequence[int]) -> Tensor:
@@ -205,6 +207,8 @@ def _run(
                 return Expected((), error.with_traceback(None))
             if _keeps_format_on_cpu(func, args, kwargs) and tensors[0].device.type == "cpu":
                 result = result.contiguous(memory_format=memory_format_of(made[0]))
+            if func in _GROUP_NORMS and tensors[0].device.type == "cpu":  # of one sample torch has it otherwise
+                result = torch.empty_like(result, memory_format=suggest_memory_format(made[0]))
             leaves = tuple(_leaf(t, made) for t in tree_leaves(result) if isinstance(t, Tensor))
     lower = any(t.dtype in (torch.bfloat16, torch.float16) for t in made)
     return Expected(leaves, None, bool(cast) and lower and any(leaf.dtype is torch.float32 for leaf in leaves))

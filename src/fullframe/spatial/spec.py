@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -190,8 +192,19 @@ class Spec:
 
 
 def strides_of(whole: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a whole plain tensor as a spec has them."""
-    return None if whole.is_contiguous() else whole.stride()
+    """The strides of a whole plain tensor as a spec has them.
+
+    Those of dims of one row are kept too, of which a contiguous tensor may have any: a kernel tells by them in which
+    order its result lies, and by that noise is drawn.
+    """
+    strides = whole.stride()
+    return None if strides == _contiguous(whole.shape) else strides
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides that torch gives to what it makes anew."""
+    steps = accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1)
+    return tuple(steps)[::-1] if shape else ()
 
 
 def spec_of(
