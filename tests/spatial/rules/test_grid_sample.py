@@ -290,6 +290,22 @@ def test_the_image_is_not_sent() -> None:
             assert all(0 < share < 0.05 for share in shares), shares
 
 
+def _by_a_whole_grid(mode: str) -> list[bool]:
+    """A whole grid of the image's size, or of a multiple of its rows, is cut as the image; a smaller one's is whole."""
+    x = noise(2, 3, 8, 10)
+    split = ff.shard(x, mesh(1, 2))
+    places = [noise(2, rows, columns, 2).tanh() for rows, columns in ((8, 10), (16, 10), (3, 4))]
+    results = [F.grid_sample(image, at, mode, align_corners=False) for at in places for image in (split, x)]
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(ff.full(one), other, rtol=1e-12, atol=1e-12)
+    return [isinstance(result, ff.SpatialTensor) for result in results[::2]]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_of_a_whole_grid_as_large_as_the_image_the_result_is_split(mode: str) -> None:
+    assert rank_group(2).run(_by_a_whole_grid, mode) == [[True, True, False]] * 2
+
+
 def _lifted(places: Tensor) -> Tensor:
     """(1, P, 3), with depths of its own."""
     return torch.cat([places, places[:, :1].flip(0)], -1)[None]

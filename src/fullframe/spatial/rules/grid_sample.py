@@ -52,12 +52,12 @@ def _grid_sample(
 ) -> Tensor:
     """Image (N, C, ...), grid (N, ..., 2 or 3); the result lies where the grid lies."""
     where = _Where(mode, padding_mode, bool(align_corners), input.dim() == 5 or input.device.type != "cpu")
+    if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
+        grid = _cut_as(input, grid)
     if isinstance(input, SpatialTensor) and _is_little(input, grid, mode):
         found = _at_positions(input, whole(grid), where)
         spec = _of_result(grid, input.shape[1]) if isinstance(grid, SpatialTensor) else None
         return found if spec is None else wrap(sliced(found, spec), spec)
-    if isinstance(input, SpatialTensor) and not isinstance(grid, SpatialTensor):
-        grid = _cut_as(input, grid)
     if isinstance(input, SpatialTensor) and isinstance(grid, SpatialTensor) and _is_borrowed(input, grid):
         own = _at_own_positions(input, grid, where)
         if own is not None:
