@@ -86,3 +86,31 @@ def test_tensors_of_two_meshes_do_not_meet() -> None:
         require_one_mesh(first, first)
         with pytest.raises(MeshError, match=r"height 1 x width 2 and height 2 x width 1"):
             require_one_mesh(first, second)
+
+
+def _of_sparse() -> list[str]:
+    """What becomes of calls of a split map and a sparse matrix: their refusals, or "" where they are exact."""
+    x, found = torch.arange(48.0).view(6, 8), []
+    coo = torch.eye(6).to_sparse()
+    for call in (
+        lambda x: coo @ x,
+        lambda x: torch.mm(coo, x),
+        lambda x: torch.eye(8).to_sparse() @ x.mT,
+        lambda x: torch.mv(torch.ones(4, 48).to_sparse(), x.flatten()),
+        lambda x: torch.sparse.mm(coo, x),
+        lambda x: torch.bmm(torch.stack([coo, coo]), torch.stack([x, x])),
+        lambda x: coo.to_sparse_csr() @ x,
+        lambda x: coo * x[:, :6],
+        lambda x: coo.clone().requires_grad_() @ x,
+    ):
+        for split in (ff.shard(x, mesh(1, 2)), ff.shard(x, mesh(1, 2)) * 1):
+            try:
+                found.append("" if torch.equal(ff.full(call(split)), call(x)) else "other numbers")
+            except ff.UnsupportedOp as refusal:
+                found.append(refusal.reason)
+    return found
+
+
+def test_sparse_operands_are_multiplied_by_whole_or_refused_by_name() -> None:
+    for found in rank_group(2).run(_of_sparse):
+        assert found[:4] == [""] * 4 and all("sparse" in reason for reason in found[4:])

@@ -101,7 +101,7 @@ def _tell(values: Iterable[Any], told: list[Any]) -> bool:
             told += (value.spec, local.stride(), local.dtype, local.requires_grad)
         elif kind is Parameter or kind is Tensor or (kind not in PLAIN and isinstance(value, Tensor)):
             trains = value.requires_grad
-            if trains and enters(value):
+            if (trains and enters(value)) or value.layout is not torch.strided:
                 return False
             told += (value.shape, value.stride(), value.dtype, trains)
         elif kind in PLAIN or kind is torch.Size:

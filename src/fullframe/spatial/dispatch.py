@@ -23,7 +23,7 @@ from fullframe.spatial.fallback import SEVERAL, derived, memory_of, name_of, pla
 from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.on_whole import as_too_small, called_whole
-from fullframe.spatial.operands import aligned, shells_in
+from fullframe.spatial.operands import OF_SPARSE, aligned, meets_sparse, shells_in
 from fullframe.spatial.out import into
 from fullframe.spatial.redistribute import in_runs
 from fullframe.spatial.rules.registry import (
@@ -62,6 +62,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made if approved is AS_IT_IS else conformed(made, approved)
         except Unsupported:  # by what it holds, not by what it is
             pass
+    if meets_sparse(func, args, kwargs):
+        return unsupported(func, args, kwargs, *OF_SPARSE)
     args, kwargs = entered(SpatialTensor, func, args, dict(kwargs))
     operands: list[Tensor] = []
     target = kwargs.pop("out", None)

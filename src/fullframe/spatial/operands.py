@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
@@ -18,6 +19,13 @@ from fullframe.spatial.module_path import module_path
 from fullframe.spatial.redistribute import gather_axes, moved, resplit, sliced
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of
+
+# Why, and what to do.
+OF_SPARSE = "an operand is sparse, or else not strided", "Give it dense, or gather first with .full()."
+_TAKE_SPARSE = frozenset((
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv,
+    F.linear,
+))  # fmt: skip
 
 
 def aligned(value: Tensor, spec: Spec) -> Tensor:
@@ -124,6 +132,13 @@ def say_gathered(name: str, reason: str, shell: SpatialTensor) -> None:
     _said.add((name, where))
     if torch.distributed.get_rank() == 0:
         warn(f"{name} ({where or 'outside a module'}) runs on the gathered {shell!r}: {reason}; at {line()}")
+
+
+def meets_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a whole operand has no strides, by which rules cut it, and is no sparse matrix that is multiplied by."""
+    others = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and leaf.layout != torch.strided]
+    is_factor = func in _TAKE_SPARSE and all(t.layout == torch.sparse_coo and not t.requires_grad for t in others)
+    return bool(others) and not is_factor
 
 
 def has_gradients(tensor: Tensor) -> bool:

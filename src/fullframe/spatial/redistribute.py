@@ -7,7 +7,7 @@ it is the first that asks for the order of what a mask picked.
 from collections.abc import Sequence
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from fullframe.errors import ShapeError
 from fullframe.geometry.extents import Extents
@@ -16,7 +16,7 @@ from fullframe.ranks.collectives import in_one_row
 from fullframe.ranks.exchange import fetch
 from fullframe.ranks.mesh import Axis, axes_in
 from fullframe.ranks.transposition import transposed
-from fullframe.spatial.rules.registry import Merged
+from fullframe.spatial.rules.registry import Merged, Unsupported
 from fullframe.spatial.spec import Spec
 
 
@@ -104,6 +104,8 @@ def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
             shape = tuple(whole.shape)
             raise ShapeError(f"an operand of shape {shape} does not broadcast to {spec.shape} in dim {p.dim}")
         rows = spec.rows(p)
+        if whole.layout is not strided:
+            raise Unsupported("an operand is sparse, and would have to be cut")
         if p.is_plain:
             whole = whole.narrow(dim, rows.start, len(rows))
         else:
