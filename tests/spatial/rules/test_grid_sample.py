@@ -296,8 +296,8 @@ def _by_a_whole_grid(mode: str) -> list[bool]:
     split = ff.shard(x, mesh(1, 2))
     places = [noise(2, rows, columns, 2).tanh() for rows, columns in ((8, 10), (16, 10), (3, 4))]
     results = [F.grid_sample(image, at, mode, align_corners=False) for at in places for image in (split, x)]
-    for one, other in zip(results[::2], results[1::2], strict=True):
-        torch.testing.assert_close(ff.full(one), other, rtol=1e-12, atol=1e-12)
+    for sampled, other in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(ff.full(sampled), other, rtol=1e-12, atol=1e-12)
     return [isinstance(result, ff.SpatialTensor) for result in results[::2]]
 
 
