@@ -1,5 +1,7 @@
 """Writing at index tensors."""
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -299,16 +301,20 @@ def test_the_map_is_not_sent() -> None:
 
 def _refused() -> int:
     torch.manual_seed(0)
-    x = ff.shard(torch.randn(1, 2, 6, 8), mesh(1, 2))
+    whole = torch.randn(1, 2, 6, 8)
+    x = ff.shard(whole, mesh(1, 2))
     index = x.flatten().abs().long() % 4
-    for write in (
-        lambda: torch.zeros(4).index_copy(0, index, x.flatten()),
-        lambda: torch.zeros(4).scatter(0, index, x.flatten()),
-        lambda: torch.zeros(4).index_put((index,), x.flatten()),
-        lambda: x.index_put((x > 0,), torch.ones(())),
-    ):
-        with pytest.raises(ff.UnsupportedOp):
-            write()
+    overwriting: list[Callable[[Any, Any, Any], Any]] = [
+        lambda rows, index, x: rows.index_copy(0, index, x.flatten()),
+        lambda rows, index, x: rows.scatter(0, index, x.flatten()),
+        lambda rows, index, x: rows.index_put((index,), x.flatten()),
+    ]
+    for write in overwriting:  # of equal positions the last counts
+        assert torch.equal(write(torch.zeros(4), index, x).full(), write(torch.zeros(4), index.full(), whole))
+        with pytest.raises(ff.UnsupportedOp):  # one row for two ranks
+            write(torch.zeros(1), index * 0, x)
+    with pytest.raises(ff.UnsupportedOp):
+        x.index_put((x > 0,), torch.ones(()))
     with mock.patch.object(points, "FEW", 0), pytest.raises(ff.UnsupportedOp, match="equal in part"):
         x.index_put(cells_of(x), x.flatten())
     with mock.patch.object(points, "FEW", 0), pytest.raises(RuntimeError, match="out of bounds"):
@@ -316,5 +322,5 @@ def _refused() -> int:
     return 1
 
 
-def test_split_values_overwriting_a_whole_tensor_are_refused_by_name() -> None:
+def test_split_values_overwrite_a_whole_tensor_with_rows_for_all_ranks_or_are_refused_by_name() -> None:
     assert rank_group(2).run(_refused) == [1, 1]
