@@ -23,6 +23,7 @@ from fullframe.spatial.gradients import enter
 from fullframe.spatial.operands import shells_in, united
 from fullframe.spatial.redistribute import sliced
 from fullframe.spatial.rules.masks import dims_used, is_mask
+from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, is_left_whole, wrap
 
 _BY_INDEX = ("scatter", "scatter_add", "scatter_reduce", "put", "index_put")
@@ -33,44 +34,37 @@ _FILL_A_COPY = {getattr(home, name) for home in (torch, Tensor) for name in (*_B
 def with_filled(
     canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool
 ) -> tuple[Any, ...] | None:
-    """The arguments once what `func` fills is split; None where it stays whole.
+    """The arguments once what `func` fills with what comes of its split operands is split; None where it stays whole.
 
     That is `canvas`, where it writes into one, or a copy of the first of them: `torch.zeros(size).scatter_add(...)`.
+    It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it
+    has at least a row for each rank; with `alike` only where it has none of the others. Sends nothing.
     """
     if canvas is not None:
         return args if _filled_by(canvas, func, args, kwargs, alike) else None
-    if func not in _FILL_A_COPY or not args or not isinstance(args[0], Tensor):
+    if func not in _FILL_A_COPY or not args or not _is_whole(args[0]):
         return None
-    copy = args[0] if isinstance(args[0], SpatialTensor) else args[0].clone()
-    return (copy, *args[1:]) if _filled_by(copy, func, args, kwargs, alike) else None
+    spec = _spec_of(args[0], _View((), tuple(range(args[0].dim()))), args[0], func, args, kwargs, alike)
+    return None if spec is None else (_part(args[0], spec), *args[1:])
 
 
 def _filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool) -> bool:
-    """Whether `canvas`, into which `func` writes what comes of its split operands, is split now; sends nothing.
+    """Whether `canvas` is split now, and its base if it is a view.
 
-    It is cut as the operands are in the dims in which it has as many rows as they have, and evenly in others, where it
-    has at least a row for each rank; with `alike` only where it has none of the others. It is left whole where it is a
-    parameter, a model's buffer or a shell's own memory, and where something would not see what is written: an array or
-    torch's graph that holds its memory, a view that slices and numbers cannot say.
+    It is left whole where it is a parameter, a model's buffer or a shell's own memory, and where something would not
+    see what is written: an array or torch's graph that holds its memory, a view that slices and numbers cannot say.
     """
-    if not isinstance(canvas, Tensor) or isinstance(canvas, SpatialTensor) or not canvas.numel():
+    if not _is_whole(canvas):
         return False
     base: Tensor = canvas if canvas._base is None else canvas._base
     view = _view_of(canvas, base)
     held = None if view is None else _views_held(base, canvas)
     if view is None or held is None:
         return False
-    cuts: list[tuple[Placement, ...]] = []
-    shells = sorted(shells_in(args, kwargs), key=lambda shell: -shell.numel())
-    for shell in shells:
-        behind = [None if dim is None else view.dims[dim] for dim in _lies_along(shell, canvas, func, args)]
-        cuts.append(tuple(_cuts(shell, behind, tuple(base.shape))))
-    placements = united(cuts)
-    wanted = {(p.axis, p.extents) for shell in shells for p in shell.spec.placements}
-    if not placements or (alike and wanted != {(p.axis, p.extents) for p in placements}):
+    spec = _spec_of(base, view, canvas, func, args, kwargs, alike)
+    if spec is None:
         return False
-    spec = shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
-    split = wrap(sliced(enter(base, spec.spatial), spec).clone(memory_format=memory_format_of(base)), spec)
+    split = _part(enter(base, spec.spatial), spec)
     waiting = [tensor for tensor, _ in held]
     while waiting:  # first what no other holds: a fake view holds the views between
         waiting.sort(key=lambda tensor: -tensor._use_count())  # type: ignore[attr-defined]
@@ -79,6 +73,30 @@ def _filled_by(canvas: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     for tensor, as_it_was in held:
         _swap(tensor, as_it_was.taken(base))
     return True
+
+
+def _is_whole(canvas: Any) -> bool:
+    return isinstance(canvas, Tensor) and not isinstance(canvas, SpatialTensor) and canvas.numel() > 0
+
+
+def _spec_of(
+    base: Tensor, view: "_View", canvas: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alike: bool
+) -> Spec | None:
+    """How a base is cut whose `view`, the canvas, is filled; None where it is not."""
+    cuts: list[tuple[Placement, ...]] = []
+    shells = sorted(shells_in(args, kwargs), key=lambda shell: -shell.numel())
+    for shell in shells:
+        behind = [None if dim is None else view.dims[dim] for dim in _lies_along(shell, canvas, func, args)]
+        cuts.append(tuple(_cuts(shell, behind, tuple(base.shape))))
+    placements = united(cuts)
+    wanted = {(p.axis, p.extents) for shell in shells for p in shell.spec.placements}
+    if not placements or (alike and wanted != {(p.axis, p.extents) for p in placements}):
+        return None
+    return shells[0].spec.with_(tuple(base.shape), placements).strided(base.stride())
+
+
+def _part(whole: Tensor, spec: Spec) -> Tensor:
+    return wrap(sliced(whole, spec).clone(memory_format=memory_format_of(whole)), spec)
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
