@@ -23,7 +23,7 @@ from fullframe.spatial.fallback import SEVERAL, derived, memory_of, name_of, pla
 from fullframe.spatial.gradients import entered
 from fullframe.spatial.module_path import module_path
 from fullframe.spatial.on_whole import as_too_small, called_whole
-from fullframe.spatial.operands import OF_SPARSE, aligned, meets_sparse, shells_in
+from fullframe.spatial.operands import aligned, meets_sparse, shells_in
 from fullframe.spatial.out import into
 from fullframe.spatial.redistribute import in_runs
 from fullframe.spatial.rules.registry import (
@@ -37,7 +37,7 @@ from fullframe.spatial.rules.registry import (
     takes_any_order,
     writes,
 )
-from fullframe.spatial.rules.unsupported import BY_MEMORY, REASONS
+from fullframe.spatial.rules.unsupported import BY_MEMORY, OF_SPARSE, REASONS
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, described, left_whole, local_of, shell_of
 from fullframe.spatial.views import View, before_write, share_memory, version_of

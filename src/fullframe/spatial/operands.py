@@ -20,8 +20,6 @@ from fullframe.spatial.redistribute import gather_axes, moved, resplit, sliced
 from fullframe.spatial.spec import Spec
 from fullframe.spatial.tensor import SpatialTensor, local_of
 
-# Why, and what to do.
-OF_SPARSE = "an operand is sparse, or else not strided", "Give it dense, or gather first with .full()."
 _TAKE_SPARSE = frozenset((
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv,
     F.linear,

@@ -17,6 +17,7 @@ from fullframe.ranks.exchange import fetch
 from fullframe.ranks.mesh import Axis, axes_in
 from fullframe.ranks.transposition import transposed
 from fullframe.spatial.rules.registry import Merged, Unsupported
+from fullframe.spatial.rules.unsupported import OF_SPARSE
 from fullframe.spatial.spec import Spec
 
 
@@ -105,7 +106,7 @@ def sliced(whole: Tensor, spec: Spec, cut: Placements = ()) -> Tensor:
             raise ShapeError(f"an operand of shape {shape} does not broadcast to {spec.shape} in dim {p.dim}")
         rows = spec.rows(p)
         if whole.layout is not strided:
-            raise Unsupported("an operand is sparse, and would have to be cut")
+            raise Unsupported(*OF_SPARSE)
         if p.is_plain:
             whole = whole.narrow(dim, rows.start, len(rows))
         else:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fullframe.spatial.rules.registry import setters
 
+# Why, and what to do.
+OF_SPARSE = "an operand is sparse, or else not strided", "Give it dense, or gather first with .full()."
 INTO_WHOLE = (
     "A tensor made to be filled, as by torch.zeros(size), becomes split by itself; not so a parameter, a model's "
     "buffer, and what shares its memory with an array, torch's graph or a second view (under torch.inference_mode with "
