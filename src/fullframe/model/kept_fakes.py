@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,6 +22,8 @@ from fullframe.spatial.tensor import SpatialTensor, local_or_whole
 _Cached = type(lru_cache(len))
 _TENSORS = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, SpatialTensor}
 _DICTS = (dict, OrderedDict, defaultdict)
+_LOOKED_AT = {*_TENSORS, *_DICTS}
+_known: dict[tuple[int, int], "WeakSet[Any]"] = {}  # the functions that remember, by how many names there were then
 _within: list[bool] = []  # a context for fakes of any mode
 
 
@@ -28,14 +31,15 @@ _within: list[bool] = []  # a context for fakes of any mode
 def no_fakes_kept(mode: FakeTensorMode | None = None, *modules: nn.Module) -> Iterator[list[str]]:
     """Afterwards caches of functions, globals, and what `modules` and theirs have are without fakes of `mode`, or any.
 
-    Yields a list of what has kept some, filled at the end. To look takes 50 to 100 ms: inside of a context for any mode
-    that one does it, at its end.
+    Yields a list of what has kept some, filled at the end. To look takes some 40 ms, and as much again where functions
+    may be new: inside of a context for any mode that one does it, at its end.
     """
     found: list[str] = []
     if _within:
         yield found
         return
     before = {id(table): dict(table) for table in _tables(modules)}
+    misses = {id(cache): cache.cache_info().misses for cache in _caches()}
     if mode is None:
         _within.append(True)
     try:
@@ -43,12 +47,22 @@ def no_fakes_kept(mode: FakeTensorMode | None = None, *modules: nn.Module) -> It
     finally:
         if mode is None:
             _within.clear()
-        for cache in objects_of(_Cached):
-            if any(_holds(result, mode) for result in _results(cache)):
+        for cache in _caches():
+            is_asked = cache.cache_info().misses != misses.get(id(cache))
+            if is_asked and any(_holds(result, mode) for result in _results(cache)):
                 found.append(f"cache of {getattr(cache, '__name__', 'a function')}")
                 cache.cache_clear()
         for table in _tables(modules):
             found += _taken_out(table, before.get(id(table), {}), mode)
+
+
+def _caches() -> list[Any]:
+    """The functions that remember: looked for anew once modules were imported, or a notebook's cell has run."""
+    now = len(sys.modules), len(vars(sys.modules["__main__"]))
+    if now not in _known:
+        _known.clear()
+        _known[now] = WeakSet(objects_of(_Cached))
+    return list(_known[now])
 
 
 def _results(cache: Any) -> Iterator[Any]:
@@ -60,14 +74,15 @@ def _results(cache: Any) -> Iterator[Any]:
 def _taken_out(table: dict[str, Any], before: dict[str, Any], mode: FakeTensorMode | None) -> list[str]:
     """Names for which a table has kept fakes: it has for them what it had before, and their dicts have no fakes."""
     found = []
-    for name, value in list(table.items()):
+    for name, value in [item for item in table.items() if type(item[1]) in _LOOKED_AT]:
         if type(value) in _TENSORS:
             if before.get(name) is not value and _is_fake(value, mode):
                 found.append(name)
                 del table[name]
                 table.update({name: before[name]} if name in before else {})
-        elif type(value) in _DICTS and name != "__builtins__":
-            kept = [key for key, entry in list(value.items()) if _holds(entry, mode)]
+        elif name != "__builtins__":
+            may = [(k, e) for k, e in value.items() if type(e) in _LOOKED_AT or isinstance(e, (tuple, list))]
+            kept = [key for key, entry in may if _holds(entry, mode)]
             found += [name] * bool(kept)
             for key in kept:
                 del value[key]
