@@ -139,6 +139,17 @@ def test_an_evaluation_within_a_run_is_of_its_average_and_precision(changes, tmp
     assert found["narrow"] == ("precision" in changes)
 
 
+class Scaled(Plain):
+    """A number without dims, which no rank has a part of."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, image):
+        return super().forward(image) * self.scale
+
+
 SHARDED, ZERO = {"shard_parameters": True}, {"shard_optimizer": True}
 CHAINS = {
     "2x2, 1x2, 1": (Network, [ff.Strategy(height=2, width=2), ff.Strategy(width=2), ff.Strategy()]),
@@ -161,6 +172,7 @@ CHAINS = {
             ff.Strategy(data=2, height=2),
         ],
     ),
+    "whole, 1, whole": (Scaled, [ff.Strategy(width=2, **SHARDED), ff.Strategy(), ff.Strategy(data=2, **SHARDED)]),
 }
 
 

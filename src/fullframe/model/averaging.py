@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullframe.errors import GradientError
 from fullframe.model.ddp import DataParallel
-from fullframe.model.gradient_memory import Buckets, Placed, chunks
+from fullframe.model.gradient_memory import Buckets, Placed, chunks, means_over_ranks
 from fullframe.model.hooked import MeansForHooks
 from fullframe.model.same.optimizers import Stepped
 from fullframe.model.same.weights import WeightsInTurn
@@ -27,7 +27,6 @@ from fullframe.model.unused import Unused, give_zeros, has_hooks, put_back
 from fullframe.ranks.agreement import on_any_rank
 from fullframe.ranks.mesh import Spatial
 from fullframe.ranks.raw_bytes import share_values
-from fullframe.ranks.waiting import waiting_for_ranks
 from fullframe.spatial.gradients import Hook, is_accumulated, manage, mean_over_ranks, reaches_any
 
 _owners: Any = WeakIdKeyDictionary()  # of a parameter, the `Averaging`s that train it
@@ -306,12 +305,8 @@ class Averaging:
         """Average the gradients of parameters, the same on all ranks, of which some may have none."""
         for chunk in chunks([parameter for parameter in self.parameters if parameter in parameters]):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in chunk]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
-            with waiting_for_ranks():
-                dist.all_reduce(flat)
-            means = flat.split([gradient.numel() for gradient in gradients])
-            for parameter, gradient, mean in zip(chunk, gradients, means, strict=True):
-                parameter.grad = gradient.copy_(mean.view(gradient.shape))
+            for parameter, gradient, mean in zip(chunk, gradients, means_over_ranks(gradients), strict=True):
+                parameter.grad = gradient.copy_(mean)
 
 
 def _require_known(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

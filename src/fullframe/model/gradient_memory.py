@@ -7,7 +7,10 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from fullframe.ranks.waiting import waiting_for_ranks
 
 _CHUNK_NUMBERS = 1 << 22  # of a message in which gradients travel together
 _NOBODYS = nn.Parameter(torch.zeros(()))
@@ -152,3 +155,12 @@ def chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         chunk.append(parameter)
     if chunk:
         yield chunk
+
+
+def means_over_ranks(gradients: list[Tensor]) -> list[Tensor]:
+    """The means of a chunk's gradients over all ranks, by one message."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
+    with waiting_for_ranks():
+        dist.all_reduce(flat)
+    means = flat.split([gradient.numel() for gradient in gradients])
+    return [mean.view(gradient.shape) for mean, gradient in zip(means, gradients, strict=True)]

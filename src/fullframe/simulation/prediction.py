@@ -121,8 +121,7 @@ def said_of_layout(prediction: Prediction) -> str:
         return ""
     return (
         f"{share:.0%} of the step brings the channels of maps side by side for the tensor cores, and back; "
-        "model.to(memory_format=torch.channels_last) spares it, where convolutions are not in groups and parameters "
-        "not sharded"
+        "model.to(memory_format=torch.channels_last) spares it, where convolutions are not in groups"
     )
 
 

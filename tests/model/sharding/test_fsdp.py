@@ -136,8 +136,51 @@ class Whole(Net):
         return super().forward(image).mean((2, 3))
 
 
+class Numbers(Net):
+    """Numbers without dims in blocks and in the model, tied, frozen, without a gradient, and written to in forward."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.blocks[0].again = self.blocks[0].scale  # type: ignore[union-attr]
+        self.temperature, self.unused = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        self.temperature.data.clamp_(max=1.2)
+        return super().forward(image) * self.temperature.exp() + self.shift * self.blocks[1].scale  # type: ignore
+
+
+class Restless(Numbers):
+    class Block(Numbers.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = nn.Parameter(self.scale.detach() * 0.9)
+            return super().forward(x)
+
+
+class RecomputedNumbers(Numbers, Recomputed):
+    pass
+
+
+class Spectral(Net):
+    """Complex weights beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CHANNELS, 1, 1, dtype=torch.complex128))
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) + (torch.complex(x, x.cos()) * self.weight).abs()
+
+
 Build = Callable[[], nn.Module]
 NETS: list[Build] = [Net, Recomputed, Unrolled, Structured, Tied, Frozen, Alone, Layers, Whole]
+NETS += [Numbers, RecomputedNumbers, Spectral, lambda: Net().to(memory_format=torch.channels_last)]
 MESHES = [(2, 1, 2), (4, 2, 2), (4, 1, 2), (2, 1, 1)]  # ranks, height, width
 
 
@@ -526,28 +569,24 @@ def _refused(what: str) -> None:
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # which is right
         optimizer.step()
-    elif what == "dtypes":
-        model.blocks[1].norm.float()  # type: ignore[index,union-attr]
-        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
-    elif what == "a number":
-        model.head.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))  # type: ignore[union-attr]
-        ff.parallelize(model, mesh(1, 2), shard_parameters=True)
+    elif what == "a new number":
+        model = ff.parallelize(_built(Numbers), mesh(1, 2), shard_parameters=True)
+        model.module.temperature = nn.Parameter(torch.tensor(1.0).double())
+        with torch.no_grad():
+            model(_mine(_images(), mesh(1, 2)))
+    elif what == "a number that forward replaces":
+        ff.parallelize(_built(Restless), mesh(1, 2), shard_parameters=True)(_mine(_images(), mesh(1, 2)))
     elif what == "TorchScript":
         model.head = torch.jit.script(model.head)
         ff.parallelize(model, mesh(1, 2), shard_parameters=True)
     elif what == "a part by itself":
         model = ff.parallelize(model, mesh(1, 2), shard_parameters=True)
         model.module.head(_mine(_images(), mesh(1, 2)))  # type: ignore[operator]
-    elif what == "channels last":
-        ff.parallelize(model.to(memory_format=torch.channels_last), mesh(1, 2), shard_parameters=True)
 
 
 REFUSED = {
     "sharded already": "parameter head.weight is sharded already",
     "other ranks": "parameter head.weight is sharded over 2 of 4 ranks",
-    "dtypes": "blocks.1 has parameters of torch.float32, torch.float64",
-    "channels last": "blocks.2.spatial.weight is not contiguous (in channels_last, perhaps)",
-    "a number": "head.temperature is a number without dims",
     "TorchScript": "module 'head' was compiled by TorchScript",
     "a part by itself": "do that in a method of the model, called on the parallel model",
     "hook": "parameter head.weight has a gradient hook",
@@ -557,6 +596,8 @@ REFUSED = {
     "a new head": "head.bias, head.weight came into the model after",
     "a weight made of another": "is another tensor than the one that was sharded",
     "a new weight": "head.weight is another tensor than the one that was sharded",
+    "a new number": "temperature is another tensor than the one that was sharded",
+    "a number that forward replaces": "blocks.0.scale is replaced in forward",
 }
 
 
@@ -568,7 +609,7 @@ def test_what_would_be_averaged_wrong_is_refused(what: str) -> None:
     with pytest.raises(RankFailure) as caught:
         rank_group(4).run(_refused, what)
     for _, name, text, _ in caught.value.errors:
-        named = "StrategyError" if "another tensor" in REFUSED[what] else "MeshError"
+        named = "StrategyError" if "another tensor" in REFUSED[what] or "replaced" in REFUSED[what] else "MeshError"
         assert name == ("GradientError" if what in GRADIENTS else named)
         assert REFUSED[what] in text
 

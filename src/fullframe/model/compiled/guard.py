@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fullframe.data.nested import slots
 from fullframe.model.compiled.opaque import is_opaque
 from fullframe.model.compiled.outside import CONTAINERS, Outside, Place, home_of, is_data
+from fullframe.model.sharding.memory_format import to_channels_last
 
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -135,7 +136,7 @@ class Guard:
         self._lengths = list(map(len, self._sized))
         self._values = list(chain.from_iterable(self._now))
         self._in_slots = list(self._read_slots())
-        self._outputs = {_captured(hook) for hook in hooks}
+        self._outputs = {_captured(hook) for hook in hooks if hook is not to_channels_last}
         self.has_hooks = None in self._outputs
         self._are_plain = all(type(t) in PLAIN and is_plain(t) for t in self.tensors)
         self._raw: list[Any] = []

@@ -22,17 +22,20 @@ from fullframe.errors import DivergenceError, GradientError, MeshError, Strategy
 from fullframe.model.containers import GivenBack
 from fullframe.model.forward_patch import PatchedForward, unpatch
 from fullframe.model.same.optimizers import Stepped, require_same_options
+from fullframe.model.sharding.kept_whole import KeptWhole, average
 from fullframe.model.sharding.left import LeftIn
+from fullframe.model.sharding.memory_format import lay_contiguous
 from fullframe.model.sharding.requirements import (
     Noted,
     require_all_ranks,
+    require_dense,
     require_no_hooks,
     require_no_script,
-    require_one_message,
     require_own_memory,
 )
 from fullframe.model.sharding.steps_taken import begin_anew, note_step, require_same_steps, steps_taken
 from fullframe.model.sharding.taken import Lending, Replaced, stand_in
+from fullframe.model.sharding.torch_units import require_sharded_ones, sharded_in, take_up_data
 from fullframe.model.sharding.units import units_to_shard
 from fullframe.model.sharding.values import (
     is_sharded,
@@ -48,8 +51,7 @@ from fullframe.ranks.agreement import first_difference, from_all_ranks, on_any_r
 from fullframe.ranks.mesh import Spatial
 from fullframe.spatial.gradients import is_managed
 from fullframe.spatial.tensor import SpatialTensor
-from fullframe.spatial.views import share_memory
-from fullframe.wording import first_of, inside
+from fullframe.wording import first_of
 
 _MOST_RUN = 10_000  # units that are remembered, of forward passes that no backward pass follows
 
@@ -60,34 +62,24 @@ class ShardedParameters:
     Modules that the user has passed to `fully_shard` stay as they are.
 
     Raises MeshError when those are sharded over other ranks, TorchScript compiled a module, a parameter shares its
-    memory, or a block mixes dtypes or is not contiguous.
+    memory, or a table's gradient is sparse.
     """
 
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         mind_sharded_values()
         require_all_ranks(model)
         require_no_hooks(model)
         require_no_script(model)
         require_own_memory(model)
+        lay_contiguous(model)
         begin_anew()
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}
-        written: dict[str, WrittenIn] = {}
-        self._given_back = given_back = list[GivenBack]()
-        for name in ("", *units_to_shard(model))[::-1]:
-            module = model.get_submodule(name)
-            if not isinstance(module, FSDPModule):
-                require_one_message(name, module)
-                written[name] = WrittenIn(module, name, spatial.channel.tagged)
-                given_back.append(GivenBack(module))
-                module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
-                LeftIn(module, name)
-                # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
-                # and go on with those when the optimizer or an average has long changed the sharded ones.
-                fully_shard(module, mesh=mesh, reshard_after_forward=True)
-                given_back[-1].finish()
+        self._whole: dict[str, KeptWhole] = {}
+        self._given_back: list[GivenBack] = []
+        written = self._shard(model, mesh, spatial.channel.tagged)
         kept = set(model.parameters())
         for module in {module for module, _ in held.values()}:
             take_whole_states(module, self.abandon)
@@ -120,18 +112,50 @@ class ShardedParameters:
         for name, unit in units.items():
             self._prepare(name, unit, written.get(name))
 
-    def _prepare(self, name: str, unit: Any, written: "WrittenIn | None") -> None:
+    def _shard(self, model: nn.Module, mesh: DeviceMesh, is_real: bool) -> dict[str, WrittenIn]:
+        """Has torch shard the units that are ours; what looks at each one's parameters, by its name."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        written: dict[str, WrittenIn] = {}
+        for name in ("", *units_to_shard(model))[::-1]:
+            module = model.get_submodule(name)
+            if not isinstance(module, FSDPModule):
+                self._whole[name] = whole = KeptWhole(module, name, mesh)
+                require_dense(name, module)
+                written[name] = WrittenIn(module, name, is_real)
+                self._given_back.append(given_back := GivenBack(module))
+                module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
+                LeftIn(module, name)
+                whole.attend()
+                apart = set[nn.Parameter]().union(*(kept.parameters for kept in self._whole.values()))
+                # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
+                # and go on with those when the optimizer or an average has long changed the sharded ones.
+                fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=apart)
+                given_back.finish()
+        return written
+
+    def _prepare(self, name: str, unit: Any, written: WrittenIn | None) -> None:
         if self._sends_zeros:
             # A rank that lacks a gradient sends zeros, for the other ranks' messages must meet one of their size.
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        unit.register_forward_pre_hook(lambda module, args: _require_sharded_ones(name, unit), prepend=True)
+        replaced = self._whole[name].replaced if name in self._whole else list[Any]
+        unit.register_forward_pre_hook(lambda module, args: require_sharded_ones(name, unit, replaced()), prepend=True)
         unit.register_forward_pre_hook(lambda module, args: self._gathered(name, unit))  # after torch's own
         if name and written is not None:
-            self._lending.lend(unit, written.modules, lambda: self._taken(name, unit, written), written.end)
+            whole = self._whole[name]
+            modules = list(dict.fromkeys([*written.modules, *whole.modules]))
+            self._lending.lend(
+                unit, modules, lambda: self._taken(name, unit, written), lambda: self._end(name, written)
+            )
 
-    def _taken(self, name: str, unit: Any, written: "WrittenIn") -> None:
+    def _taken(self, name: str, unit: Any, written: WrittenIn) -> None:
+        self._whole[name].put_in()
         self._gathered(name, unit)
         written.begin()
+
+    def _end(self, name: str, written: WrittenIn) -> None:
+        self._whole[name].take_out()
+        written.end()
 
     def _gathered(self, name: str, unit: Any) -> None:
         """Its whole parameters are in the modules."""
@@ -182,7 +206,7 @@ class ShardedParameters:
                 "parallelize, or do without shard_parameters"
             )
         for unit in self._units:
-            _take_up_data(unit)
+            take_up_data(unit)
         require_no_hooks(self._root)
 
     @contextmanager
@@ -210,9 +234,11 @@ class ShardedParameters:
         self._is_spoiled = not hasattr(self._root, "reset_iter_state")  # before torch 2.13
         if not self._is_spoiled:
             self._root.reset_iter_state()
+        for kept in self._whole.values():
+            kept.forget()
         for unit in self._units:
             unit.reshard()
-            for each in _sharded_in(unit):
+            for each in sharded_in(unit):
                 if "unsharded_accumulated_grad" in vars(each):  # until torch 2.15
                     each.unsharded_accumulated_grad = None
                 if hasattr(each, "_unsharded_param"):
@@ -265,6 +291,8 @@ class ShardedParameters:
         if unused and not self._is_said:
             self._is_said = True
             say_unused(unused)
+        came = {parameter for parameter, is_used in zip(self._parameters.values(), used, strict=True) if is_used}
+        average(kept for whole in self._whole.values() for kept in whole.of(came))
         for name, is_used in zip(self._parameters, used, strict=True):
             if not is_used and name not in self._had:
                 self._parameters[name].grad = None
@@ -273,10 +301,14 @@ class ShardedParameters:
         """A backward pass of the model has reached its results."""
         self._had = {name for name, p in self._parameters.items() if p.grad is not None}
         self._lending.gather()
+        for whole in self._whole.values():  # for a forward that is computed again without the unit's hooks
+            whole.put_in()
 
     def end_backward(self, averaged: bool) -> None:
         """And has ended. Raises as `forget_zeros`."""
         self._lending.give_back()
+        for whole in self._whole.values():
+            whole.take_out()
         if averaged:
             self.forget_zeros()
 
@@ -313,33 +345,6 @@ def _before_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 register_optimizer_step_pre_hook(_before_a_step)
-
-
-def _sharded_in(unit: Any) -> list[Any]:
-    """What torch knows of the parameters that a unit gathers."""
-    state = unit._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [each for group in filter(None, groups) for each in group.fsdp_params]
-
-
-def _take_up_data(unit: Any) -> None:
-    """Lets torch gather what has been assigned to `.data` of a unit's parameters."""
-    for each in _sharded_in(unit):
-        if not share_memory(each.sharded_param._local_tensor, each._sharded_param_data):
-            each.reset_sharded_param()
-
-
-def _require_sharded_ones(name: str, unit: Any) -> None:
-    """Raises StrategyError where another tensor is in a parameter's place, which torch would pass over, or keep."""
-    for each in _sharded_in(unit):
-        module, own = each._module_info.module, each._module_info.param_name
-        if each.sharded_state.name == "SHARDED" and module._parameters.get(own) is not each.sharded_param:
-            where = next(path for path, part in unit.named_modules(prefix=name) if part is module)
-            raise StrategyError(
-                f"{inside(where, own)} is another tensor than the one that was sharded, as "
-                f"torch.func.functional_call or `module.{own} = ...` puts there, and would not be gathered; write to "
-                "it by parameter.data = whole, replace it before parallelize, or do without shard_parameters"
-            )
 
 
 class _Once(PatchedForward):

@@ -75,32 +75,11 @@ def require_all_ranks(model: nn.Module) -> None:
             )
 
 
-def require_one_message(name: str, module: nn.Module) -> None:
-    """Raises MeshError where the parameters cannot be gathered together."""
-    whole = {own: p for own, p in module.named_parameters() if not is_sharded(p)}
-    dtypes = {p.dtype for p in whole.values() if p.requires_grad}
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise MeshError(
-            f"{name or 'the model'} has parameters of {found}, which cannot be gathered in one message; "
-            "give them one dtype, or do without shard_parameters"
-        )
+def require_dense(name: str, module: nn.Module) -> None:
+    """Raises MeshError where a module of that name gives sparse gradients."""
     for own, table in sparse_tables(module).items():
         if not is_sharded(table.weight):
             raise MeshError(
                 f"{type(table).__name__} {inside(name, own)!r} gives sparse gradients, which torch's FSDP does not "
                 "average; build it with sparse=False, or do without shard_parameters"
             )
-    scalar = next((own for own, p in whole.items() if p.dim() == 0), None)
-    if scalar is not None:
-        raise MeshError(
-            f"{inside(name, scalar)} is a number without dims, which torch's FSDP does not shard; give "
-            "it the shape (1,), or do without shard_parameters"
-        )
-    gaps = next((own for own, p in whole.items() if not p.is_contiguous()), None)
-    if gaps is not None:
-        raise MeshError(
-            f"{inside(name, gaps)} is not contiguous (in channels_last, perhaps), and torch's FSDP "
-            "shards what is; assign parameter.data.contiguous() to parameter.data before (convolutions go by images in "
-            "channels_last, too), or do without shard_parameters"
-        )

@@ -57,12 +57,16 @@ class WrittenIn:
         for number, (name, module, own, parameter, version) in enumerate(before):
             is_replaced = module._parameters.get(own) is not parameter
             if is_replaced or parameter._version != version or (now and now[number] != self._sums[number]):
-                raise StrategyError(
-                    f"{name} is {'replaced' if is_replaced else 'written to'} in forward, which sharded parameters "
-                    "would lose, for what is gathered for it is thrown away; make it a buffer, or do without "
-                    "shard_parameters"
-                )
+                raise lost(name, "replaced" if is_replaced else "written to")
         self._looks_at_values = self._looks_at_values and not now
 
     def _sums_now(self) -> list[int]:
         return checksums(parameter for *_, parameter, _ in self._before)
+
+
+def lost(name: str, done: str) -> StrategyError:
+    """What to raise where that is done to a parameter in forward."""
+    return StrategyError(
+        f"{name} is {done} in forward, which sharded parameters would lose, for what is gathered for it is thrown "
+        "away; make it a buffer, or do without shard_parameters"
+    )

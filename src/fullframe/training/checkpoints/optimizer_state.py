@@ -197,7 +197,10 @@ def as_tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{name} is of type {type(value).__name__}, which a checkpoint cannot hold")
     if value.dtype not in DTYPES or value.layout != torch.strided:
-        raise CheckpointError(f"{name} is {value.dtype}, {value.layout}, which a checkpoint cannot hold")
+        raise CheckpointError(
+            f"{name} is {value.dtype}, {value.layout}, which a checkpoint cannot hold; give it a dense layout and a "
+            "dtype that safetensors has, as torch.float64 or torch.complex64, or make it a buffer with persistent=False"
+        )
     if is_sharded(value) and any(placement.is_partial() for placement in value.placements):
         raise CheckpointError(f"{name} is a sum that the ranks have not added up yet ({value.placements})")
     return value.detach()
