@@ -140,6 +140,30 @@ def test_the_named_optimizer_is_torchs_with_the_recipes_options(name, spread):
         assert error(changes(parameters), plainly(expected, warmed_up)) < 1e-12
 
 
+class Columns(SGD):
+    """Divides by the norms of columns, in place, as CAME and others do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for gradient in (parameter.grad for parameter in group["params"] if parameter.grad is not None):
+                gradient.div_(gradient.square().sum(0, keepdim=True).sqrt_().add_(1.0))
+        return super().step(closure)
+
+
+def test_what_sharded_parameters_do_not_take_is_said():
+    make, strategy = grouped(Columns), ff.Strategy(width=2, shard_optimizer=True)
+    for parameters, *_ in rank_group(2).run(trained, strategy, make):
+        assert error(changes(parameters), changes(trained(ff.Strategy(), make)[0])) < 1e-12
+    with pytest.raises(RankFailure) as caught:
+        rank_group(2).run(trained, ff.Strategy(width=2, shard_parameters=True), make)
+    assert [kind for _, kind, _, _ in caught.value.errors] == ["StrategyError"] * 2
+    said = (
+        "Columns cannot update sharded parameters, on which its step raised RuntimeError: aten.sqrt_.default: in-place"
+    )
+    assert said in str(caught.value) and "use shard_optimizer in the place of" in str(caught.value)
+
+
 @pytest.mark.parametrize("make", [grouped(Adafactor), grouped(AdamW)])
 def test_adafactor_on_sharded_parameters_is_refused(make):
     name = "recipe" if make.kind is Adafactor else "adafactor"

@@ -28,14 +28,19 @@ class Own(Optimizer):
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             norm = torch.stack([p.grad.norm() for p in held]).norm() if self.of_all == "norm" else 1.0
-            rate = group["estimate"] if self.of_all == "estimate" else group["lr"]
+            rate = max(group["lr"], group["estimate"])
             for p in held:
                 state = self.state[p]
-                buffer = state.setdefault("momentum", torch.zeros_like(p))
+                begun = torch.zeros_like if self.of_all != "noise at first" else torch.randn_like  # as Gravity does
+                buffer = state["momentum"] if state else state.setdefault("momentum", begun(p))
                 buffer.mul_(0.9).add_(p.grad / norm)
                 noise = torch.randn_like(p) if self.of_all == "noise" else 0.0
-                p.sub_(rate * (buffer + noise) * p.norm() / buffer.norm())
-            if held:  # as Prodigy and D-Adaptation find how far the start is: it enters the next step
+                if self.of_all == "decay":  # as AdamS does
+                    p.mul_(1 - 1e-4 * rate / torch.stack([q.grad.square().mean() for q in held]).mean().sqrt())
+                    p.sub_(rate * buffer.sign())
+                else:
+                    p.sub_(rate * (buffer + noise) * p.norm() / buffer.norm())
+            if held and self.of_all == "estimate":  # as Prodigy finds how far the start is: it enters the next step
                 group["estimate"] = max(group["estimate"], float(sum(p.grad.abs().mean() for p in held)) * 1e-5)
 
 
@@ -57,10 +62,25 @@ def test_one_that_updates_each_by_itself_is_taken_and_left_as_it_was(make: Any) 
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("of_all", ["norm", "estimate", "noise"])
+@pytest.mark.parametrize("of_all", ["norm", "estimate", "noise", "noise at first", "decay"])
 def test_one_that_needs_all_is_refused(of_all: str) -> None:
     with pytest.raises(StrategyError, match="Own updates a parameter by the gradients of others too; leave out shard_"):
         require_separable(Own(net(), of_all), "shard_optimizer")
+
+
+class Single(Own):
+    """Of single precision, as kernels written by hand are."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(p.dtype != torch.float32 for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("expected scalar type Float")
+        super().step()
+
+
+def test_one_of_single_precision_is_tried_in_it() -> None:
+    require_separable(Single(net()), "shard_optimizer")
+    with pytest.raises(StrategyError, match="Single updates a parameter by the gradients of others too"):
+        require_separable(Single(net(), "norm"), "shard_optimizer")
 
 
 class Fixed(Own):
@@ -72,7 +92,7 @@ class Fixed(Own):
 
 
 def test_one_that_cannot_be_tried_is_refused() -> None:
-    with pytest.raises(StrategyError, match="cannot be told, as on two small ones it raised KeyError: 'whose is it"):
+    with pytest.raises(StrategyError, match="cannot be told, as on three small ones it raised KeyError: 'whose is it"):
         require_separable(Fixed(net()), "update_in_backward")
 
 

@@ -2,14 +2,16 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from fullframe.errors import RecipeError, StrategyError
+from fullframe.errors import FullframeError, RecipeError, StrategyError
 from fullframe.model.parallelize import ParallelModel
 from fullframe.model.sharding.values import is_sharded
 from fullframe.recipe import Parameters
@@ -49,6 +51,23 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
             )
         shard_state(optimizer)
     return optimizer
+
+
+@contextmanager
+def naming_sharded(optimizer: Optimizer, shards_parameters: bool) -> Iterator[None]:
+    """Raises StrategyError where an optimizer that is not torch's does to parameters what sharded ones do not take."""
+    try:
+        yield
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+        others = FullframeError, torch.OutOfMemoryError, dist.DistError
+        if not shards_parameters or is_torchs or isinstance(error, others):
+            raise
+        raise StrategyError(
+            f"{type(optimizer).__name__} cannot update sharded parameters, on which its step raised "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; use shard_optimizer in the place of "
+            "shard_parameters, or an optimizer of torch.optim"
+        ) from error
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float | Tensor) -> None:

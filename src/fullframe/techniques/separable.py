@@ -1,8 +1,9 @@
 """Whether an optimizer updates each parameter by itself, so that it may be given some of them at a time."""
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,18 @@ from fullframe.model.trained import overlapping
 from fullframe.ranks.randomness import kept_random_state, seed_everything
 
 _KNOWN = ("torch", "torchao", "bitsandbytes")  # packages of which every optimizer does
-_STEPS = 4  # an estimate over all parameters may enter the update after the one that it was made in
-_RTOL = 1e-3  # of the update; what is estimated over all of them differs by far more
+_STEPS = 12  # the first few of some update nothing, and an estimate over all parameters enters the next one
+# Of the largest update. A weight decay by a mean over all parameters is a ten-thousandth of it, which rounding may be,
+# too, in single precision.
+_RTOL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _OWN = ("state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def require_separable(optimizer: Optimizer, technique: str) -> None:
     """Raises StrategyError where the update of a parameter depends on another one's gradient, or is that one's too.
 
-    So it is with Prodigy, D-Adaptation, and norms over all parameters. An optimizer that is not torch's is tried on two
-    small parameters of its own, in a copy; nothing of it changes, nor does a random state.
+    So it is with Prodigy, D-Adaptation, and norms over all parameters. An optimizer that is not torch's is tried on
+    three small parameters of its own, in a copy; nothing of it changes, nor does a random state.
     """
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     if shared := overlapping((f"parameter {n} of group {g}", p) for g, group in groups for n, p in enumerate(group)):
@@ -37,39 +40,69 @@ def require_separable(optimizer: Optimizer, technique: str) -> None:
         f"leave out {technique}, which gives it some of the parameters at a time, or use an optimizer of torch.optim"
     )
     try:
-        alone, beside = _updates(optimizer, others=False), _updates(optimizer, others=True)
+        alone, beside = _tried(optimizer)
     except Exception as error:
         raise StrategyError(
-            f"whether {name} updates each parameter by itself cannot be told, as on two small ones it raised "
+            f"whether {name} updates each parameter by itself cannot be told, as on three small ones it raised "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
-    if not alone.any():
+    if not alone.update.any():
         raise StrategyError(
             f"whether {name} updates each parameter by itself cannot be told, as a copy of it updates none (does it "
             f"hold another optimizer?); {remedy}"
         )
-    if not torch.allclose(alone, beside, rtol=_RTOL, atol=0.0, equal_nan=True):
+    if not alone.is_like(beside):
         raise StrategyError(f"{name} updates a parameter by the gradients of others too; {remedy}")
 
 
-def _updates(optimizer: Optimizer, others: bool) -> Tensor:
-    """What some steps of a copy of it make of one parameter, while `others` have gradients, or have none."""
+class _Made(NamedTuple):
+    """By an optimizer: the update of a parameter, and the numbers among the options of its group, as Prodigy's `d`."""
+
+    update: Tensor
+    numbers: dict[str, float]
+
+    def is_like(self, other: "_Made") -> bool:
+        rtol = _RTOL[self.update.dtype]
+        most = rtol * float(self.update.abs().nan_to_num().max())
+        return torch.allclose(self.update, other.update, rtol=0.0, atol=most, equal_nan=True) and all(
+            math.isclose(number, other.numbers.get(name, math.inf), rel_tol=rtol) or math.isnan(number)
+            for name, number in self.numbers.items()
+        )
+
+
+def _tried(optimizer: Optimizer) -> tuple[_Made, _Made]:
+    """What it makes of a parameter alone and beside others; in single precision where it takes no other."""
+    try:
+        return _made(optimizer, False, torch.float64), _made(optimizer, True, torch.float64)
+    except Exception:
+        return _made(optimizer, False, torch.float32), _made(optimizer, True, torch.float32)
+
+
+def _made(optimizer: Optimizer, others: bool, dtype: torch.dtype) -> _Made:
+    """What some steps of a copy of it make of a parameter, while `others` around it have gradients, or have none."""
     real = [p for group in optimizer.param_groups for p in group["params"]]
     probe: Any = object.__new__(type(optimizer))
     shared = {id(p): p for p in real}  # is not copied, wherever the optimizer refers to it
     kept = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
     vars(probe).update(copy.deepcopy(kept, shared))
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(8, 6, generator=generator).to(real[0]) for _ in range(1 + 2 * _STEPS))
-    one, other = nn.Parameter(start * 1e-2), nn.Parameter(start * 1e-2)
+    start, slope, *noise = (
+        torch.randn(8, 6, dtype=dtype, generator=generator).to(real[0].device) for _ in range(2 + _STEPS)
+    )
+    before, one, after = (nn.Parameter(start.clone()) for _ in range(3))
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     options["lr"] = options.get("lr") or 1e-3  # a warm-up may begin with 0
-    probe.param_groups = [{**copy.deepcopy(options, shared), "params": [one, other]}]
+    probe.param_groups = [{**copy.deepcopy(options, shared), "params": [before, one, after]}]
     probe.state = defaultdict(dict)
     probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     with kept_random_state():
         seed_everything(0)
         for step in range(_STEPS):
-            one.grad, other.grad = gradients[step].clone(), gradients[_STEPS + step] * 100 if others else None
+            one.grad = slope + 0.1 * noise[step]  # much the same each time, as how far it is to go is told by that
+            for other in (before, after) if others else ():
+                other.grad = 10 ** (1 + step % 3) * one.grad.flip(0)
             probe.step()
-    return one.detach() - start * 1e-2
+    options = probe.param_groups[0]
+    values = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in options.items()}
+    numbers = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+    return _Made(one.detach() - start, numbers)
