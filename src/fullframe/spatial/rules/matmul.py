@@ -1,9 +1,12 @@
 """Linear, matmul, einsum: one contraction with named dims.
 
 Where a contracted dim is split, each rank contributes a partial sum. Where one mesh axis splits different dims of two
-operands, the second is gathered: queries stay split, keys and values come whole, and again in backward.
+operands, one is gathered, and again in backward: the second, so that queries stay split, and keys and values come
+whole; but the first where it is cut in a dim that is summed over (values before transposed attention), or is fewer
+elements that a mask picked (a detector's coefficients of masks).
 """
 
+import math
 import string
 from typing import Any, NamedTuple
 
@@ -11,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fullframe.geometry.placement import Placement
+from fullframe.geometry.placement import Placement, Placements
 from fullframe.ranks.collectives import all_sum
 from fullframe.ranks.mesh import axes_in
 from fullframe.spatial.operands import aligned, alike, placements_of
@@ -96,12 +99,49 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     for operand, term in zip(operands, terms, strict=True):
         for letter, size in zip(term, operand.shape, strict=True):
             sizes[letter] = size if size != 1 else sizes.get(letter, 1)  # a dim of no rows is none that broadcasts
-    locals_, cuts, loans, spec = shared(operands, terms)
+    turns = _turns(operands, terms, result, sizes)
+    in_turn, cuts, loans, spec = shared([operands[i] for i in turns], [terms[i] for i in turns])
+    locals_ = [in_turn[turns.index(i)] for i in range(len(operands))]
     out: Tensor = fetching_again(loans, lambda: call(*locals_))
     summed = [axis for axis, (letter, _) in cuts.items() if letter not in result]
     if summed:
         out = all_sum(out, spec.spatial.group(summed))
     return wrap(out, result_spec(spec, result, sizes, cuts))
+
+
+def _turns(operands: list[Tensor], terms: list[str], result: str, sizes: dict[str, int]) -> list[int]:
+    """The operands in the order in which they decide what an axis cuts; what is cut otherwise is gathered.
+
+    Last come fewer elements that a mask picked, and what is cut in a dim that is summed over, where to gather it sends
+    less than to gather the other operand and to add up the whole results.
+    """
+    split = [i for i, operand in enumerate(operands) if isinstance(operand, SpatialTensor)]
+    if len(split) < 2:
+        return list(range(len(operands)))
+    made = math.prod(sizes[letter] for letter in result)
+
+    def waits(i: int) -> bool:
+        own = placements_of(operands[i])
+        summed = any(terms[i][p.dim] not in result for p in own)
+        picked = any(p.order is not None for p in own)
+        return (summed or picked) and any(
+            operands[i].numel() < operands[j].numel() + made * summed
+            and _stays(placements_of(operands[j]), terms[j], result, summed)
+            and any(_clash(terms[i], p, terms[j], q) for p in own for q in placements_of(operands[j]))
+            for j in split
+        )
+
+    return sorted(range(len(operands)), key=lambda i: i in split and waits(i))
+
+
+def _stays(placements: Placements, term: str, result: str, picked: bool) -> bool:
+    """Whether all that cuts an operand cuts the result too, in rows of their order or as a mask `picked` them."""
+    return all(term[p.dim] in result and (picked or p.order is None) for p in placements)
+
+
+def _clash(term: str, p: Placement, other: str, q: Placement) -> bool:
+    """Whether an axis cuts two operands in different dims."""
+    return term[p.dim] != other[q.dim] and not set(axes_in(p.axis)).isdisjoint(axes_in(q.axis))
 
 
 def _same(chosen: str, placement: Placement, letter: str, p: Placement) -> bool:
