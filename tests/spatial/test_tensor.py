@@ -55,6 +55,26 @@ def _facts() -> list[bool]:
     ]
 
 
+def _copies() -> list[Tensor]:
+    """Of a tensor, of one that is computed and of one that requires a gradient: what is written to, and gradients."""
+    answers = []
+    for of in (ff.shard(_image(), mesh(1, 2)), _image()):
+        shallow = copy.copy(of)
+        shallow.add_(1)
+        leaf = of.clone().requires_grad_()
+        copies = [copy.copy(leaf), copy.copy(leaf * 3), copy.deepcopy(leaf)]
+        sum(((i + 2) * x.square()).sum() for i, x in enumerate(copies)).backward()
+        assert leaf.grad is None
+        assert [x.is_leaf for x in copies] == [True] * 3
+        answers += [torch.stack([ff.full(x) for x in (of, shallow, *(c.grad for c in copies))])]
+    return answers
+
+
+def test_a_copy_shares_the_memory_and_not_the_graph() -> None:
+    for split, whole in rank_group(2).run(_copies):
+        torch.testing.assert_close(split, whole)
+
+
 def test_facts_of_the_whole_tensor() -> None:
     for facts in rank_group(2).run(_facts):
         assert all(facts), facts

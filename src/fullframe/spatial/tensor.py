@@ -127,6 +127,10 @@ class SpatialTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> "Tensor":
         return wrap(local_of(self).__deepcopy__(memo), self.spec)
 
+    def __copy__(self) -> "Tensor":
+        """As torch's own: of the same memory, and a leaf where a gradient is required."""
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOp(
             "pickle", described([self]), "", "a split tensor lives on a mesh of ranks", "Save x.full() or x.local."
