@@ -6,6 +6,7 @@ from torch import nn
 
 from fullframe.errors import GradientError, MeshError
 from fullframe.model.sharding.requirements import (
+    require_called,
     require_dense,
     require_no_hooks,
     require_no_script,
@@ -66,3 +67,16 @@ def test_what_shares_memory_with_a_parameter() -> None:
     model.register_buffer("teacher", model[0].weight.detach())
     with pytest.raises(MeshError, match=r"0\.weight and teacher share their memory|teacher and 0\.weight share"):
         require_own_memory(model)
+
+
+class Called(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self["conv"](x)
+
+
+def test_a_container_is_never_called() -> None:
+    for model, kind in (nn.ModuleDict({"conv": plain()}), "ModuleDict"), (nn.ModuleList([plain()]), "ModuleList"):
+        with pytest.raises(MeshError, match=f"the model is an nn.{kind} and has no forward.* give each of these to"):
+            require_called(model)
+    for model in (Called({"conv": plain()}), nn.Sequential(plain()), plain()):
+        require_called(model)

@@ -28,6 +28,7 @@ from fullframe.model.sharding.memory_format import lay_contiguous
 from fullframe.model.sharding.requirements import (
     Noted,
     require_all_ranks,
+    require_called,
     require_dense,
     require_no_hooks,
     require_no_script,
@@ -61,14 +62,15 @@ class ShardedParameters:
 
     Modules that the user has passed to `fully_shard` stay as they are.
 
-    Raises MeshError when those are sharded over other ranks, TorchScript compiled a module, a parameter shares its
-    memory, or a table's gradient is sparse.
+    Raises MeshError when those are sharded over other ranks, the model has no forward, TorchScript compiled a module, a
+    parameter shares its memory, or a table's gradient is sparse.
     """
 
     def __init__(self, model: nn.Module, spatial: Spatial, find_unused_parameters: bool):
         from torch.distributed.fsdp import FSDPModule
 
         mind_sharded_values()
+        require_called(model)
         require_all_ranks(model)
         require_no_hooks(model)
         require_no_script(model)

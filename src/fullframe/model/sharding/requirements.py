@@ -63,6 +63,16 @@ def require_no_script(model: nn.Module) -> None:
             )
 
 
+def require_called(model: nn.Module) -> None:
+    """What is never called has no moment at which its parameters could be gathered."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward:
+        raise MeshError(
+            f"the model is an nn.{type(model).__name__} and has no forward, around which sharded parameters are "
+            "gathered; put it into an nn.Module whose forward, or another method, calls what is in it, give each of "
+            "these to parallelize, or do without shard_parameters"
+        )
+
+
 def require_all_ranks(model: nn.Module) -> None:
     """What the user sharded must be averaged over all ranks too."""
     ranks = dist.get_world_size()
