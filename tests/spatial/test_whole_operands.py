@@ -29,6 +29,12 @@ def _in_a_transform(image: Tensor) -> None:
         torch.func.vmap(lambda weight: image * weight)(torch.ones(3))
 
 
+def _gradients(gradient: Tensor, image: Tensor, weight: Tensor, of_image: bool) -> None:
+    """As `torch.nn.grad.conv2d_input` and `conv2d_weight`, which give an empty one in place of what is not read."""
+    sizes: Any = [1, 1], [1, 1], [1, 1], False, [0], 1
+    torch.ops.aten.convolution_backward(gradient, image, weight, None, *sizes, (of_image, not of_image, False))
+
+
 def _facts() -> dict[str, Tensor]:
     image = ff.shard(torch.rand(1, 2, 4, 6), ff.init_mesh(width=2))
     canvas, one = torch.full((1, 2, 4, 6), 5.0), torch.full((2,), 3.0)
@@ -48,6 +54,8 @@ def _facts() -> dict[str, Tensor]:
         "one of whose dtype it becomes": lambda: (image.to(canvas.double()), image.type_as(canvas)),
         "one of whose shape it becomes": lambda: (image.expand_as(canvas), image.view_as(canvas)),
         "one that counts nothing": lambda: torch.baddbmm(any_scores, tokens, keys, beta=0.0),
+        "one that no gradient is asked by": lambda: _gradients(image, image, torch.full((2, 2, 3, 3), 5.0), False),
+        "another": lambda: _gradients(image, canvas, torch.full((2, 2, 3, 3), 5.0), True),
         "of another thread": lambda: _in_a_thread(lambda: image * 3),
         "in a transform": lambda: _in_a_transform(image),
         "larger than a float": lambda: image[:, : 10**400],
@@ -83,6 +91,7 @@ def test_operands_are_noted_and_nothing_else() -> None:
     }
     assert sizes["one that counts nothing"] == [0.0, 0.0] and calls["larger than a float"] == 1
     assert calls["by a function of torch"] == 1
+    assert sizes["one that no gradient is asked by"] == [7.0, 0.0] and sizes["another"] == [7.0 + 36 * 5, 0.0]
 
 
 class _Counting(TorchDispatchMode):

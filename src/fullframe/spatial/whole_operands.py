@@ -98,6 +98,10 @@ def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     is_first_unread = isinstance(beta, (int, float)) and not beta  # torch.baddbmm(torch.empty(...), q, k, beta=0)
     unread = {"out", "device", "input"} if is_first_unread else {"out", "device"}
     read = args[1:] if args and (is_first_unread or writes(func, kwargs)) else args
+    if str(func).startswith("aten.convolution_backward") and len(args) == 11:
+        gradient, image, weight, *settings = args
+        of_image, of_weight, _ = settings[-1]  # for what is not read torch.nn.grad gives an empty one
+        read = (gradient, *([image] if of_weight else []), *([weight] if of_image else []), *settings)
     operands = [*read, *(value for name, value in kwargs.items() if name not in unread)]
     if func in _WITH_STATISTICS:  # buffers, which are compared elsewhere
         operands = [value for value in operands if not isinstance(value, Tensor)]
