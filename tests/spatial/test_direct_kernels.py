@@ -31,6 +31,7 @@ CALLS = {
     ("model/sharding/random.py", "*", 1): "no call: DTensor's table is told of a function for those that draw",
     ("model/sharding/random.py", "bernoulli", 1): "no call: which of them reads its operand",
     ("spatial/tensor.py", "_to_copy", 1): "no call: what torch.as_tensor asks for is recognized, and goes on",
+    ("spatial/whole_operands.py", "convolution_backward", 2): "no call: which of its operands it reads",
     ("spatial/rules/operators.py", "_assert_tensor_metadata", 1): "no kernel; of a tensor without memory",
     ("spatial/rules/channel_statistics.py", "native_batch_norm_backward", 2):
         "asserts save_mean and save_invstd unless x is contiguous with several channels: both are given, off the CPU. "

@@ -25,6 +25,7 @@ PLACES = 256  # calls that are told apart; further ones are added to these
 MOST_CALLS = 16 * PLACES  # that are looked at; a model that is not called for long, an average say, would slow others
 _ELEMENTS = 1024  # of a tensor that are looked at
 _GOLDEN = 0.6180339887  # its multiples weigh elements, so that sums are others where the order is
+_CONVOLUTION_BACKWARD = {torch.ops.aten.convolution_backward, torch.ops.aten.convolution_backward.default}
 _WITH_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # that a module keeps
 _READ_NO_VALUES = {  # of an operand that says where to, as which dtype or as what shape, and may hold anything
     *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.type_as, torch.result_type),
@@ -98,7 +99,7 @@ def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     is_first_unread = isinstance(beta, (int, float)) and not beta  # torch.baddbmm(torch.empty(...), q, k, beta=0)
     unread = {"out", "device", "input"} if is_first_unread else {"out", "device"}
     read = args[1:] if args and (is_first_unread or writes(func, kwargs)) else args
-    if str(func).startswith("aten.convolution_backward") and len(args) == 11:
+    if func in _CONVOLUTION_BACKWARD and len(args) == 11:
         gradient, image, weight, *settings = args
         of_image, of_weight, _ = settings[-1]  # for what is not read torch.nn.grad gives an empty one
         read = (gradient, *([image] if of_weight else []), *([weight] if of_image else []), *settings)
