@@ -99,9 +99,13 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     for operand, term in zip(operands, terms, strict=True):
         for letter, size in zip(term, operand.shape, strict=True):
             sizes[letter] = size if size != 1 else sizes.get(letter, 1)  # a dim of no rows is none that broadcasts
-    turns = _turns(operands, terms, result, sizes)
-    in_turn, cuts, loans, spec = shared([operands[i] for i in turns], [terms[i] for i in turns])
-    locals_ = [in_turn[turns.index(i)] for i in range(len(operands))]
+    split = [number for number, operand in enumerate(operands) if isinstance(operand, SpatialTensor)]
+    if len(split) < 2:
+        locals_, cuts, loans, spec = shared(operands, terms)
+    else:
+        turns = _turns(operands, terms, result, sizes, split)
+        in_turn, cuts, loans, spec = shared([operands[i] for i in turns], [terms[i] for i in turns])
+        locals_ = [in_turn[turns.index(i)] for i in range(len(operands))]
     out: Tensor = fetching_again(loans, lambda: call(*locals_))
     summed = [axis for axis, (letter, _) in cuts.items() if letter not in result]
     if summed:
@@ -109,15 +113,12 @@ def contract(operands: list[Tensor], terms: list[str], result: str, call: Any) -
     return wrap(out, result_spec(spec, result, sizes, cuts))
 
 
-def _turns(operands: list[Tensor], terms: list[str], result: str, sizes: dict[str, int]) -> list[int]:
+def _turns(operands: list[Tensor], terms: list[str], result: str, sizes: dict[str, int], split: list[int]) -> list[int]:
     """The operands in the order in which they decide what an axis cuts; what is cut otherwise is gathered.
 
     Last come fewer elements that a mask picked, and what is cut in a dim that is summed over, where to gather it sends
     less than to gather the other operand and to add up the whole results.
     """
-    split = [i for i, operand in enumerate(operands) if isinstance(operand, SpatialTensor)]
-    if len(split) < 2:
-        return list(range(len(operands)))
     made = math.prod(sizes[letter] for letter in result)
 
     def waits(i: int) -> bool:
