@@ -80,6 +80,7 @@ class ShardedParameters:
         mesh = DeviceMesh(spatial.mesh.device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("ranks",))
         held = {p: (each, own) for each in model.modules() for own, p in each._parameters.items()}
         self._whole: dict[str, KeptWhole] = {}
+        self._apart: set[nn.Parameter] = set()  # of which each rank has all
         self._given_back: list[GivenBack] = []
         written = self._shard(model, mesh, spatial.channel.tagged)
         kept = set(model.parameters())
@@ -129,10 +130,10 @@ class ShardedParameters:
                 module.register_forward_hook(_without_views)  # before torch's own, which hooks what it returns
                 LeftIn(module, name)
                 whole.attend()
-                apart = set[nn.Parameter]().union(*(kept.parameters for kept in self._whole.values()))
+                self._apart |= whole.parameters
                 # Also the root: torch would keep its parameters whole after a forward pass without a backward pass,
                 # and go on with those when the optimizer or an average has long changed the sharded ones.
-                fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=apart)
+                fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=self._apart)
                 given_back.finish()
         return written
 
@@ -284,9 +285,10 @@ class ShardedParameters:
         used = self._on_any_rank_each(used) if self._several else used  # within a replica all ranks have the same
         self.stepped.compared()
         unused = [name for name, is_used in zip(self._parameters, used, strict=True) if not is_used and any(used)]
-        if unused and not self._sends_zeros:  # none where it was `autograd.grad`, of an input say
+        parts = [name for name in unused if self._parameters[name] not in self._apart]
+        if parts and not self._sends_zeros:  # none where it was `autograd.grad`, of an input say
             raise GradientError(
-                f"{len(unused)} parameters got no gradient ({first_of(unused)}), "
+                f"{len(parts)} parameters got no gradient ({first_of(parts)}), "
                 f"for which torch {torch.__version__} sends nothing; use torch 2.13 or later, freeze them with "
                 "requires_grad_(False), or do without shard_parameters"
             )

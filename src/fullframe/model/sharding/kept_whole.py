@@ -107,11 +107,11 @@ def _add_gradient(parameter: Any, gradient: Tensor) -> None:
 
 def _keep(unit: nn.Module, parameter: nn.Parameter, mesh: DeviceMesh) -> _Kept:
     places = [(m, name) for m in unit.modules() for name, own in m._parameters.items() if own is parameter]
-    trained, values = parameter.requires_grad, parameter.detach()
-    sharded = nn.Parameter(_replicated(values, mesh), requires_grad=trained)
+    sharded: Any = nn.Parameter(_replicated(parameter.detach(), mesh), requires_grad=parameter.requires_grad)
     for module, name in places:
         module._parameters[name] = sharded
-    return _Kept(places, sharded, nn.Parameter(values, requires_grad=trained))
+    plain = nn.Parameter(sharded._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    return _Kept(places, sharded, plain)
 
 
 def _replicated(values: Tensor, mesh: DeviceMesh) -> Tensor:
