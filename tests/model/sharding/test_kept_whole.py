@@ -1,11 +1,13 @@
 """Parameters that FSDP2 does not shard: their values and gradients through all that a loop does with them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fullframe as ff
 from fullframe.model.sharding.kept_whole import KeptWhole
@@ -57,6 +59,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+WHOLE = StateDictOptions(full_state_dict=True)
 Step = Callable[[Any, Callable[[Tensor], Tensor]], None]  # of a model, with how its images are shared
 
 
@@ -176,6 +179,71 @@ def test_they_are_trained_as_in_one_process(ranks: int, height: int, width: int)
     for found in rank_group(ranks).run(errors, height, width):
         worst = {dtype: max(error for (_, _, of), error in found.items() if of == dtype) for dtype in LIMITS}
         assert all(worst[dtype] < limit for dtype, limit in LIMITS.items()), found
+
+
+def with_whole_states(model: Any, of_one: Any, number: int, groups: bool, mine: Callable[[Tensor], Tensor]) -> Any:
+    """After two steps that go on from an optimizer's state that one process has saved."""
+    net = getattr(model, "module", model)
+    net.load_state_dict(of_one[0])
+    optimizer = OPTIMIZERS[number](grouped(net, groups))
+    optimizer.load_state_dict(copy.deepcopy(of_one[1]))
+    for _ in range(2):
+        plain_step(model, mine)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole_value(p.detach()) for p in net.parameters()]
+
+
+def grouped(net: Any, groups: bool) -> Any:
+    """Its parameters, of which a number is the first; in two groups numbers are one by themselves."""
+    numbers = [p for p in net.parameters() if p.dim() == 0]
+    return (
+        [{"params": numbers}, {"params": [p for p in net.parameters() if p.dim() > 0]}] if groups else net.parameters()
+    )
+
+
+def resumed(width: int) -> dict[tuple[int, bool], float]:
+    on, found = mesh(1, width), {}
+    for number in range(len(OPTIMIZERS)):
+        for groups in (False, True):
+            net = built()
+            before = OPTIMIZERS[number](grouped(net, groups))
+            plain_step(net, lambda x: x)
+            before.step()
+            of_one = copy.deepcopy((net.state_dict(), before.state_dict()))
+            expected = with_whole_states(built(), of_one, number, groups, lambda x: x)
+            model = ff.parallelize(built(), on, shard_parameters=True)
+            got = with_whole_states(model, of_one, number, groups, lambda x: ff.shard(x, on))
+            found[number, groups] = max(map(relative, expected, got))
+    return found
+
+
+def test_an_optimizer_takes_whole_states_of_numbers() -> None:
+    for found in rank_group(2).run(resumed, 2):
+        assert max(found.values()) < 1e-9, found
+
+
+def through_torch() -> float:
+    """Loaded by torch's own functions, which leave states of numbers plain."""
+    on = mesh(1, 2)
+    models = [ff.parallelize(built(), on, shard_parameters=True) for _ in range(2)]
+    optimizers = [OPTIMIZERS[0](model.parameters()) for model in models]
+    saved: Any = None
+    for model, optimizer in zip((models[0], *models), (optimizers[0], *optimizers), strict=True):
+        if model is models[1]:
+            states = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+            set_state_dict(model.module, optimizer, **states, options=WHOLE)
+        if model is models[0] and optimizer.state:
+            saved = copy.deepcopy(get_state_dict(model.module, optimizer, options=WHOLE))
+        plain_step(model, lambda x: ff.shard(x, on))
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = ([whole_value(p.detach()) for p in model.parameters()] for model in models)
+    return max(map(relative, first, second))
+
+
+def test_an_optimizer_takes_states_of_numbers_that_torch_loads() -> None:
+    assert max(rank_group(2).run(through_torch)) == 0.0
 
 
 def numbers_held() -> tuple[set[str], int]:

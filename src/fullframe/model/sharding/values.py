@@ -46,6 +46,7 @@ def shard_of(value: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((dim, at) for dim, (at, how) in enumerate(where) if not how.is_replicate())
 
 
+_COUNTS = {"step", "mu_product", "eta", "mu"}  # in the state that torch's optimizers have of a parameter
 _in_step = [False]  # of an optimizer
 
 
@@ -144,14 +145,28 @@ def _of_a_number(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_whole_optimizer_states(optimizer: Any) -> None:
-    """Of whole states that were loaded for sharded parameters, each rank takes its parts; one of a group shows it."""
+    """Of whole states that were loaded for sharded parameters, each rank takes its parts.
+
+    One of a group shows whether there are any, and one of those without dims, whose states torch leaves plain.
+    """
     for group in optimizer.param_groups:
-        first = next((p for p in group["params"] if p in optimizer.state), None)
-        if is_sharded(first) and any(_is_whole(value, first) for value in optimizer.state[first].values()):
-            for parameter in filter(is_sharded, group["params"]):
-                states = optimizer.state.get(parameter, {})
-                whole = {name: value for name, value in states.items() if _is_whole(value, parameter)}
-                states.update({name: _part_of(value, parameter).clone() for name, value in whole.items()})
+        held = [p for p in group["params"] if is_sharded(p) and p in optimizer.state]
+        others = [p for p in held if p.dim() > 0]
+        numbers = [p for p in held if p.dim() == 0]
+        counts = {
+            name for p in others[:1] for name, v in optimizer.state[p].items() if isinstance(v, Tensor) and not v.dim()
+        }
+        for alike, apart in ((others, set[str]()), (numbers, counts | _COUNTS)):
+            if any(_whole_in(optimizer.state[p], p, apart) for p in alike[:1]):
+                for p in alike:
+                    whole = _whole_in(optimizer.state[p], p, apart)
+                    optimizer.state[p].update({n: _noted_part(v, p).clone() for n, v in whole.items()})
+
+
+def _whole_in(states: dict[str, Any], parameter: Any, apart: set[str]) -> dict[str, Tensor]:
+    """Those of the parameter's size, but for those of the names `apart`, which count steps."""
+    plain = {name: v for name, v in states.items() if name not in apart and type(v) in (Tensor, nn.Parameter)}
+    return {name: value for name, value in plain.items() if value.shape == parameter.shape}
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:
@@ -169,8 +184,10 @@ def _taking_parts(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part_of(value: Any, parameter: Any) -> Any:
-    if not _is_whole(value, parameter):
-        return value
+    return _noted_part(value, parameter) if _is_whole(value, parameter) else value
+
+
+def _noted_part(value: Tensor, parameter: Any) -> Any:
     note_values(value.detach())
     return _as_sharded(parameter, value)
 
