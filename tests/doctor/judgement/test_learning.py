@@ -73,6 +73,34 @@ def test_what_is_no_fault(events: list[Any]) -> None:
     assert judged(*events) == []
 
 
+EMPTY = Sketch(0, 0.0, ())  # of a rank that holds no row
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((ONE, EMPTY), []),
+        ((ONE, ZERO), []),  # dead channels, which nobody sees of a weight that lies whole
+        ((ZERO, EMPTY), ["w"]),
+        ((ZERO, ZERO), ["w"]),
+        ((EMPTY, EMPTY), []),  # of a parameter without elements
+    ],
+)
+def test_parts_of_a_sharded_parameter(parts: tuple[Sketch, Sketch], said: list[str]) -> None:
+    """A parameter's gradient is of zeros where that of every rank's part is."""
+    of_ranks = [
+        [job(), *(replace(update(n), gradients={"v": ONE, f"w[0:{rank}]": part}) for n in (1, 2))]
+        for rank, part in enumerate(parts)
+    ]
+    found = list(judged_learning(ranks(*of_ranks)))
+    assert [finding.message.rpartition(": ")[2] for finding in found] == said
+
+
+def test_a_part_is_called_by_its_parameter() -> None:
+    (found,) = judged_learning(ranks([job(), *steps(missing=("spare[0:1]",))]))
+    assert found.message.endswith("had no gradient in 4 steps: spare")
+
+
 def test_a_bias_whose_updates_are_below_its_rounding_is_no_fault() -> None:
     many = {"w": ONE, "b": ONE, "c": ONE}
     still = [replace(update(n), gradients=many, parameters=many, unchanged=("b",)) for n in (1, 2)]

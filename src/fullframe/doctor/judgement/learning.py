@@ -1,14 +1,28 @@
 """Whether every rank's model learns: gradients that reach it, updates that change it, graphs that are let go."""
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, nan
 
 from fullframe.doctor.finding import Finding
 from fullframe.doctor.probes import kinds
-from fullframe.doctor.probes.notes import Backward, Job, Notes, Oddity, Repeated, Scaling, Untrained, Update, Weights
+from fullframe.doctor.probes.notes import (
+    Backward,
+    Job,
+    Notes,
+    Oddity,
+    Repeated,
+    Scaling,
+    Sketch,
+    Untrained,
+    Update,
+    Weights,
+)
 from fullframe.wording import plural, some
 
+_PART = re.compile(r"(\[\d+:\d+\])+$")  # which one of a sharded parameter a rank holds
+_NOT_THERE = Sketch(0, nan, ())
 _FEWEST = 4  # steps that show growth
 _ODDITIES = {
     "statistics of evaluation": (kinds.STATISTICS_OF_EVALUATION, "{text} runs without gradients in training mode"),
@@ -31,6 +45,25 @@ def judged_learning(notes: Sequence[Notes]) -> Iterator[Finding]:
         yield from _graphs(rank)
         yield from _modes(rank)
         yield from _repeated(rank)
+    yield from _zero_gradients(notes)
+
+
+def _zero_gradients(notes: Sequence[Notes]) -> Iterator[Finding]:
+    """Of parameters of which no rank's part ever gets another; a rank may hold no row of a sharded one."""
+    steps = [updates for rank in notes for updates in _steps(rank).values() if len(updates) > 1]
+    zero, others = dict[str, int](), set[str]()
+    for updates in steps:
+        for name in dict.fromkeys(name for update in updates for name in update.gradients):
+            parts = [update.gradients.get(name, _NOT_THERE) for update in updates]
+            if any(part.norm != 0.0 for part in parts):
+                others.add(_PART.sub("", name))
+            elif any(part.sample for part in parts):
+                zero.setdefault(_PART.sub("", name), len(updates))
+    if found := sorted(zero.keys() - others):
+        yield kinds.ZERO_GRADIENT.found(
+            f"{plural(len(found), 'parameter')} had a gradient of zeros in {plural(zero[found[0]], 'step')}: "
+            f"{some(found)}"
+        )
 
 
 def _steps(rank: Notes) -> dict[int, list[Update]]:
@@ -53,7 +86,8 @@ def _gradients(rank: Notes) -> Iterator[Finding]:
                 f"no parameter got a gradient in {plural(len(updates), 'step')}",
                 evidence="the loss does not depend on what is trained",
             )
-        missing = {name for name in missing if not name.startswith("optimizer")}  # which the model does not have
+        # Without those that the model does not have.
+        missing = {_PART.sub("", name) for name in missing if not name.startswith("optimizer")}
         if missing and got and not sought:
             yield kinds.UNUSED.found(
                 f"{plural(len(missing), 'trainable parameter')} had no gradient in {plural(len(updates), 'step')}: "
@@ -63,13 +97,6 @@ def _gradients(rank: Notes) -> Iterator[Finding]:
             yield kinds.SOUGHT_IN_VAIN.found(
                 f"all {plural(len(got), 'parameter')} had a gradient in each of {plural(len(updates), 'step')}"
             )
-        if len(updates) > 1:
-            zero = [n for n in got if all(n in u.gradients and u.gradients[n].norm == 0.0 for u in updates)]
-            if zero:
-                yield kinds.ZERO_GRADIENT.found(
-                    f"{plural(len(zero), 'parameter')} had a gradient of zeros in {plural(len(updates), 'step')}: "
-                    f"{some(sorted(zero))}"
-                )
     yield from _not_finite(rank)
 
 
