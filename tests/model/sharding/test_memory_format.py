@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import fullframe as ff
 from fullframe.model.compiled.blocks import CompiledBlocks, Programs
@@ -56,6 +57,19 @@ def test_other_weights_that_have_gaps() -> None:
     assert torch.equal(model[0].weight, before)
     assert model[2].weight.data_ptr() == where
     assert not model[2]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("in_channels_last", [False, True])
+def test_a_parametrized_weight_is_not_computed(in_channels_last: bool) -> None:
+    """Spectral norm takes a step of its iteration whenever the weight is read."""
+    conv = parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, padding=1))
+    conv.to(memory_format=torch.channels_last if in_channels_last else torch.contiguous_format)
+    before = [buffer.clone() for buffer in conv.buffers()]
+    lay_contiguous(conv)
+    assert before
+    assert all(map(torch.equal, before, conv.buffers()))
+    made = memory_format_of(conv(torch.randn(2, 3, 5, 7)))
+    assert made is (torch.channels_last if in_channels_last else torch.contiguous_format)
 
 
 def strides(compiles: bool) -> tuple[list[bool], str]:

@@ -18,7 +18,8 @@ def lay_contiguous(model: nn.Module) -> None:
     own = [p for p in model.parameters() if not is_sharded(p)]
     in_channels_last = {p for p in own if memory_format_of(p) is not torch.contiguous_format}
     for module in model.modules():
-        if isinstance(module, _ConvNd) and module.weight in in_channels_last:
+        # Not by `module.weight`, of which a parametrization takes another step whenever it is read.
+        if isinstance(module, _ConvNd) and not in_channels_last.isdisjoint(module.parameters()):
             module.register_forward_pre_hook(to_channels_last)
     for parameter in own:
         if not parameter.is_contiguous():
