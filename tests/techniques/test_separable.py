@@ -37,7 +37,7 @@ class Own(Optimizer):
                 noise = torch.randn_like(p) if self.of_all == "noise" else 0.0
                 if self.of_all == "decay":  # as AdamS does
                     p.mul_(1 - 1e-4 * rate / torch.stack([q.grad.square().mean() for q in held]).mean().sqrt())
-                    p.sub_(rate * buffer.sign())
+                    p.sub_(rate * buffer.sigmoid())
                 else:
                     p.sub_(rate * (buffer + noise) * p.norm() / buffer.norm())
             if held and self.of_all == "estimate":  # as Prodigy finds how far the start is: it enters the next step

@@ -18,7 +18,6 @@ from fullframe.recipe import Parameters
 from fullframe.strategy import Strategy
 from fullframe.technique import OptimizerName
 from fullframe.techniques.evaluation_point import has_evaluation_point, to_training_point
-from fullframe.techniques.separable import require_separable
 from fullframe.techniques.zero import shard_state, trainable
 from fullframe.wording import described
 
@@ -50,13 +49,12 @@ def build_optimizer(make: Callable[[Parameters], Optimizer], model: nn.Module, s
                 f"{type(optimizer).__name__} moves parameters in its train() and eval(), which a rank could do for its "
                 "own alone; use shard_parameters, or leave out shard_optimizer"
             )
-        require_separable(optimizer, "shard_optimizer")
         shard_state(optimizer)
     return optimizer
 
 
 @contextmanager
-def naming_sharded(optimizer: Optimizer, shards_parameters: bool) -> Iterator[None]:
+def naming_optimizer(optimizer: Optimizer, shards_parameters: bool) -> Iterator[None]:
     """Raises StrategyError where an optimizer that is not torch's does to parameters what sharded ones do not take."""
     try:
         yield

@@ -35,7 +35,7 @@ from fullframe.strategy import Strategy, multiplied
 from fullframe.techniques.budget import Costs
 from fullframe.techniques.ema import ParameterAverage
 from fullframe.techniques.likeness import Differences
-from fullframe.techniques.optimizers import naming_sharded
+from fullframe.techniques.optimizers import naming_optimizer
 from fullframe.techniques.precision import Fp32Math, LossScale, computing, fp32_math
 from fullframe.techniques.recompute import Recomputation
 from fullframe.techniques.separable import require_separable
@@ -195,7 +195,7 @@ class TrainStep:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self.updating = True
-            with naming_sharded(self._optimizer, self._strategy.shard_parameters):
+            with naming_optimizer(self._optimizer, self._strategy.shard_parameters):
                 self._host.update(self._optimizer.step)
         return loss_sum_of_all, count_of_all, grad_norm, skipped, hands
 

@@ -9,6 +9,8 @@ from torch.nn.modules.conv import _ConvNd
 from fullframe.model.sharding.values import is_sharded
 from fullframe.ranks.memory_format import memory_format_of
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dims
+
 
 def lay_contiguous(model: nn.Module) -> None:
     """Lays the memory of parameters anew where it is not contiguous; sharded ones are left as they are.
@@ -28,10 +30,9 @@ def lay_contiguous(model: nn.Module) -> None:
 
 def to_channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The hook of such a convolution."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tuple(
-        value.contiguous(memory_format=formats[value.dim()])
-        if isinstance(value, Tensor) and value.dim() in formats
+        value.contiguous(memory_format=_FORMATS[value.dim()])
+        if isinstance(value, Tensor) and value.dim() in _FORMATS
         else value
         for value in args
     )

@@ -5,7 +5,7 @@ assigned to `.data`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -149,28 +149,36 @@ def take_whole_optimizer_states(optimizer: Any) -> None:
 
     One of a group shows whether there are any, and one of those without dims, whose states torch leaves plain.
     """
+    state = optimizer.state
     for group in optimizer.param_groups:
-        held = [p for p in group["params"] if is_sharded(p) and p in optimizer.state]
-        others = [p for p in held if p.dim() > 0]
-        numbers = [p for p in held if p.dim() == 0]
-        counts = {
-            name for p in others[:1] for name, v in optimizer.state[p].items() if isinstance(v, Tensor) and not v.dim()
-        }
-        for alike, apart in ((others, set[str]()), (numbers, counts | _COUNTS)):
-            if any(_whole_in(optimizer.state[p], p, apart) for p in alike[:1]):
-                for p in alike:
-                    whole = _whole_in(optimizer.state[p], p, apart)
-                    optimizer.state[p].update({n: _noted_part(v, p).clone() for n, v in whole.items()})
+        numbers = [p for p in group["params"] if p.dim() == 0]
+        first = next((p for p in group["params"] if p.dim() > 0 and p in state), None)
+        counts = {name for name, value in state.get(first, {}).items() if isinstance(value, Tensor) and not value.dim()}
+        number = next((p for p in numbers if p in state), None)
+        if is_sharded(first) and _whole_in(state[first], first):
+            _take_parts(state, (p for p in group["params"] if p.dim() > 0))
+        if is_sharded(number) and _whole_in(state[number], number, counts | _COUNTS):
+            _take_parts(state, numbers, counts | _COUNTS)
 
 
-def _whole_in(states: dict[str, Any], parameter: Any, apart: set[str]) -> dict[str, Tensor]:
-    """Those of the parameter's size, but for those of the names `apart`, which count steps."""
-    plain = {name: v for name, v in states.items() if name not in apart and type(v) in (Tensor, nn.Parameter)}
-    return {name: value for name, value in plain.items() if value.shape == parameter.shape}
+def _take_parts(state: Any, parameters: Iterable[Any], apart: Set[str] = frozenset()) -> None:
+    for parameter in filter(is_sharded, parameters):
+        held = state.get(parameter, {})
+        whole = _whole_in(held, parameter, apart)
+        held.update({name: _noted_part(value, parameter).clone() for name, value in whole.items()})
+
+
+def _whole_in(held: dict[str, Any], parameter: Any, apart: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """Those of the parameter's shape, but for those of the names `apart`, which count steps."""
+    return {name: value for name, value in held.items() if name not in apart and _is_plain_like(value, parameter)}
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter) and value.dim() > 0 and value.shape == parameter.shape
+    return _is_plain_like(value, parameter) and value.dim() > 0
+
+
+def _is_plain_like(value: Any, parameter: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.shape == parameter.shape
 
 
 def _taking_parts(write: Callable[..., Any]) -> Callable[..., Any]:
